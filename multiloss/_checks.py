@@ -1,0 +1,60 @@
+"""Checks of what users pass in: each raises with what was got, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from multiloss.engine import MultiLossEngine
+
+
+def check_loss(engine: MultiLossEngine, loss: Any, method: str) -> None:
+    """Raise unless ``loss`` can be back-propagated and ``engine`` has an optimizer."""
+    if not engine.has_optimizer:
+        raise RuntimeError(
+            f"engine.{method}(loss) needs an optimizer, and the engine has none. Pass optimizer=... to"
+            ' multiloss.initialize, or name one under "optimizer" in the DeepSpeed config.'
+        )
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"engine.{method}(loss) needs a tensor with one element, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"engine.{method}(loss) needs a tensor with one element, got shape {tuple(loss.shape)}. Reduce it first,"
+            " for example with loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"engine.{method}(loss) needs a loss with a graph, got one that requires no gradient. Was it computed under"
+            " torch.no_grad(), detached, or only from frozen parameters?"
+        )
+
+
+def check_path(path: Any, method: str) -> None:
+    """Raise unless ``path`` names a place for a checkpoint."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"engine.{method} needs the path of a checkpoint directory, got {path!r}.")
+
+
+def check_config(engine: MultiLossEngine) -> None:
+    """Raise if the engine's DeepSpeed config asks for something that several backwards cannot be exact with."""
+    stage = int(engine.zero_optimization_stage())
+    if stage <= 1 and engine.zero_overlap_comm():
+        raise ValueError(
+            f"overlap_comm=True is not possible with ZeRO stage {stage}: gradients are reduced once, in step(), so there"
+            " is no backward to overlap with. Set overlap_comm to false, or use stage 2 or 3."
+        )
+    refused = {
+        "DeepCompile (compile.deepcompile)": engine.is_deepcompile_enabled(),
+        "ZenFlow (zero_optimization.zenflow)": engine.zenflow_config() is not None,
+        "SuperOffload (zero_optimization.offload_optimizer.super_offload)": engine.super_offload(),
+        "the Muon optimizer": (engine.optimizer_name() or "").lower() == "muon",
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise ValueError(
+                f"multiloss does not support {name}: it computes or applies gradients by itself, in a way that several"
+                " backwards before a step would break. Remove it from the DeepSpeed config."
+            )

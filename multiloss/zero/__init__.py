@@ -1,0 +1,1 @@
+"""ZeRO optimizers whose gradients follow autograd instead of the engine's forward."""
