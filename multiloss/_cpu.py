@@ -1,11 +1,12 @@
 """What DeepSpeed on the CPU must not do."""
 
+import importlib
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import torch as torch_backend
 
-_build_shm_op = torch_backend.build_shm_op
+_backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, this name is PyTorch itself
+_build_shm_op = _backend.build_shm_op
 
 
 def _build_shm_op_unless_cpu() -> Any:
@@ -18,4 +19,4 @@ def disable_shared_memory_collective() -> None:
     It takes a minute, needs a compiler, and a first run that is killed leaves a lock on which every later one waits.
     gloo does without it.
     """
-    torch_backend.build_shm_op = _build_shm_op_unless_cpu
+    _backend.build_shm_op = _build_shm_op_unless_cpu
