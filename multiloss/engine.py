@@ -59,6 +59,11 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         super()._do_sanity_check()
         check_config(self)
 
+    def _set_distributed_vars(self, args: Any) -> None:
+        if getattr(args, "device_rank", 0) is None:  # Lightning's CPU devices have no index
+            args.device_rank = self.local_rank
+        super()._set_distributed_vars(args)
+
     def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> Any:
         # The module's own parameters, before ZeRO exchanges them for flat shards.
         self.parameter_groups: list[list[Parameter]] = [list(group["params"]) for group in basic_optimizer.param_groups]
@@ -281,6 +286,9 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         """Remove every hook and release what the engine holds."""
         for hook in getattr(self, "_accumulation_hooks", []):
             hook.remove()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):  # upstream leaves them on the module
+            if (hook := getattr(self, name, None)) is not None:
+                hook.remove()
         super().destroy()
 
 
@@ -301,18 +309,24 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[MultiLossEngine, MultiLossOpt
     """
     bound = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
     _check_arguments(bound.arguments)
-    with ExitStack() as stack:
-        # deepspeed.initialize and the engine look these classes up when they build.
-        stack.enter_context(_substituted(deepspeed, "DeepSpeedEngine", MultiLossEngine))
-        stack.enter_context(_substituted(deepspeed_engine, "DeepSpeedZeroOptimizer", MultiLossZeroOptimizer))
-        stack.enter_context(_substituted(deepspeed_engine, "DeepSpeedZeRoOffload", MultiLossZeRoOffload))
-        stack.enter_context(_substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", MultiLossZeroOptimizerStage3))
+    with substituted_classes():
         engine, _, dataloader, scheduler = deepspeed.initialize(*bound.args, **bound.kwargs)
     optimizer = MultiLossOptimizer(engine) if engine.has_optimizer else None
     return engine, optimizer, dataloader, scheduler
 
 
 initialize.__signature__ = inspect.signature(deepspeed.initialize)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def substituted_classes() -> Iterator[None]:
+    """Make ``deepspeed.initialize`` build with our classes, which it and the engine look up by name."""
+    with ExitStack() as stack:
+        stack.enter_context(_substituted(deepspeed, "DeepSpeedEngine", MultiLossEngine))
+        stack.enter_context(_substituted(deepspeed_engine, "DeepSpeedZeroOptimizer", MultiLossZeroOptimizer))
+        stack.enter_context(_substituted(deepspeed_engine, "DeepSpeedZeRoOffload", MultiLossZeRoOffload))
+        stack.enter_context(_substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", MultiLossZeroOptimizerStage3))
+        yield
 
 
 @contextmanager

@@ -123,6 +123,12 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
         finally:
             self._finalizing = False
 
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's part of the accumulated gradient, flat."""
+        self._window.settle()
+        self._partitions_dirty = True  # the caller may write into it
+        return [self.grad_partitions_flat_buffer]
+
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """As upstream, with everything that was accumulated."""
         self.finalize_gradient_accumulation_boundary()

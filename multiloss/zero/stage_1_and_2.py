@@ -8,6 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 from torch.nn import Parameter
 
 from multiloss.zero.window import BackwardWindow, WindowedHookState
@@ -135,6 +136,11 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
         self.reduce_local_sums()
         for index in range(len(self.bit16_groups)):
             self._get_compact_grad_partition_buffer(index)
+
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's part of the accumulated gradient, one flat tensor per parameter group. Collective in stage 1."""
+        self.prepare_partitions()
+        return [self.averaged_gradients[index].flat_partition for index in range(len(self.bit16_groups))]
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Stage 1, at the step: reduce and finalize. Collective."""
