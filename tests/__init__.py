@@ -1,0 +1,1 @@
+"""Tests; a package, so that ranks can import what they are sent."""

@@ -32,9 +32,7 @@ class MultiHead(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.fuse = Fuse()
-        self.trunk = nn.Sequential(
-            nn.Linear(FEATURES, WIDTH), nn.Tanh(), self.fuse, nn.Linear(WIDTH, WIDTH), nn.Tanh()
-        )
+        self.trunk = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), self.fuse, nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(heads))
 
