@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -60,6 +62,8 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
             arguments.setdefault("overlap_comm", False)
         super().__init__(**arguments)
         self._check_config()
+        # Offload works with every torch optimizer; DeepSpeed's own demand for DeepSpeedCPUAdam is about speed.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
 
     @classmethod
     @override
@@ -141,6 +145,12 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
         # Lightning clips and accumulates; DeepSpeed's own default would clip at 1.0.
         self.config["gradient_clipping"] = own_clipping or 0.0
         self.config["gradient_accumulation_steps"] = 1
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients accumulate where they are reduced to; there is nothing to block."""
+        yield
 
     # -- setup --------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Processes that act as ranks: started once, given many functions to run, each with a time limit."""
 
+import atexit
 import multiprocessing
 import os
 import socket
@@ -87,6 +88,7 @@ class Ranks:
 
     def stop(self) -> None:
         """End the processes; the next :meth:`run` starts new ones."""
+        atexit.unregister(self.stop)
         for process in self._processes:
             process.kill()
             process.join()
@@ -95,13 +97,15 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
+        atexit.register(self.stop)  # before multiprocessing waits for them
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            # Not a daemon, which may not have data loader workers.
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs))
             process.start()
             theirs.close()
             self._processes.append(process)

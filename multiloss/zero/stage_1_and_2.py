@@ -31,6 +31,7 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._finalizing = False
         self._in_bucket: set[int] = set()
+        self._in_flight: list[Tensor] = []
         super().__init__(*args, **kwargs)
         self._window = BackwardWindow(on_close=self._close_backward, on_abandoned=self._collect_leftovers)
         self._backward_hook_state = WindowedHookState(self._window)
@@ -96,16 +97,19 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
         buckets = self.ipg_buckets.values() if comm_dtype is None else [self.ipg_buckets[comm_dtype]]
         reduced = [param_id for bucket in buckets for _, _, param_id in bucket.params]
         super().reduce_ipg_grads(comm_dtype=comm_dtype)
-        in_flight = self.overlap_comm and not self.contiguous_gradients
+        if self.overlap_comm and not self.contiguous_gradients:
+            # Another stream still reads them; the next reduction and the end of the backward wait for it.
+            self._in_flight = [self.param_dict[param_id].grad for param_id in reduced]
+            self.previous_reduced_grads.clear()
         for param_id in reduced:
             self._in_bucket.discard(param_id)
             self.params_already_reduced[param_id] = False
-            if not in_flight:
-                self.clear_grad_attribute(self.param_dict[param_id])
+            self.clear_grad_attribute(self.param_dict[param_id])
 
     def _close_backward(self) -> None:
         if self.partition_gradients and self.ready_for_gradients:
             self.overlapping_partition_gradients_reduce_epilogue()
+        self._in_flight.clear()
 
     # -- between backwards and the step -------------------------------------------------------------------------
 
