@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
     from multiloss.engine import MultiLossEngine
@@ -43,14 +44,13 @@ def check_config(engine: MultiLossEngine) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage <= 1 and engine.zero_overlap_comm():
         raise ValueError(
-            f"overlap_comm=True is not possible with ZeRO stage {stage}: gradients are reduced once, in step(), so there"
-            " is no backward to overlap with. Set overlap_comm to false, or use stage 2 or 3."
+            f"overlap_comm=True is not possible with ZeRO stage {stage}: gradients are reduced once, in step(), so"
+            " there is no backward to overlap with. Set overlap_comm to false, or use stage 2 or 3."
         )
     refused = {
         "DeepCompile (compile.deepcompile)": engine.is_deepcompile_enabled(),
         "ZenFlow (zero_optimization.zenflow)": engine.zenflow_config() is not None,
         "SuperOffload (zero_optimization.offload_optimizer.super_offload)": engine.super_offload(),
-        "the Muon optimizer": (engine.optimizer_name() or "").lower() == "muon",
     }
     for name, asked in refused.items():
         if asked:
@@ -58,3 +58,17 @@ def check_config(engine: MultiLossEngine) -> None:
                 f"multiloss does not support {name}: it computes or applies gradients by itself, in a way that several"
                 " backwards before a step would break. Remove it from the DeepSpeed config."
             )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that several backwards cannot be exact with."""
+    if type(optimizer).__name__.startswith("Muon"):
+        raise ValueError(
+            f"multiloss does not support {type(optimizer).__name__}: DeepSpeed orthogonalizes its update from within"
+            " the reduction, before it is known which backward is the last. Use another optimizer."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "multiloss does not support LBFGS: it evaluates the closure several times per step, and a sharded step has"
+            " the gradient of one evaluation. Use another optimizer."
+        )

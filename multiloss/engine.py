@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from multiloss._checks import check_config, check_loss, check_path
+from multiloss._checks import check_config, check_loss, check_optimizer, check_path
 from multiloss.optimizer import MultiLossOptimizer
 from multiloss.zero.parameter_offload import MultiLossZeRoOffload
 from multiloss.zero.stage3 import MultiLossZeroOptimizerStage3
@@ -67,6 +67,7 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
     def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> Any:
         # The module's own parameters, before ZeRO exchanges them for flat shards.
         self.parameter_groups: list[list[Parameter]] = [list(group["params"]) for group in basic_optimizer.param_groups]
+        check_optimizer(basic_optimizer)
         wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
         if wrapper == deepspeed_engine.BFLOAT16:
             # Stage 1 with bf16 weights and fp32 gradients: our ZeRO optimizer accumulates in fp32 itself.
@@ -90,7 +91,8 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         """Divide what a backward that ``engine.backward`` did not start accumulates into ``param``."""
         if MultiLossEngine._running_backwards or not _accumulates(param):
             return grad
-        return grad / self.gradient_accumulation_steps()
+        steps: int = self.gradient_accumulation_steps()
+        return grad / steps
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -300,8 +302,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[MultiLossEngine, MultiLossOpt
         kwargs: As :func:`deepspeed.initialize`.
 
     Returns:
-        The engine; a :class:`MultiLossOptimizer`, which is a ``torch.optim.Optimizer``, or ``None`` when the engine has no
-        optimizer; the data loader or ``None``; the LR scheduler or ``None``.
+        The engine; a :class:`MultiLossOptimizer`, which is a ``torch.optim.Optimizer``, or ``None`` when the engine has
+        no optimizer; the data loader or ``None``; the LR scheduler or ``None``.
 
     Raises:
         ValueError: If the config asks for something that several backwards cannot be exact with.
@@ -349,8 +351,8 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     optimizer = arguments.get("optimizer")
     if isinstance(optimizer, (list, tuple)):
         raise NotImplementedError(
-            f"multiloss.initialize got {len(optimizer)} optimizers in a {type(optimizer).__name__}; this version supports"
-            " one. Pass a single optimizer, with one parameter group for each set of parameters."
+            f"multiloss.initialize got {len(optimizer)} optimizers in a {type(optimizer).__name__}; this version"
+            " supports one. Pass a single optimizer, with one parameter group for each set of parameters."
         )
     config = arguments.get("config") or arguments.get("config_params")
     if isinstance(config, dict) and config.get("hybrid_engine", {}).get("enabled"):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from multiloss.engine import MultiLossEngine
 
 
-class ParameterGroup(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]  # a dict for those who ask
+class ParameterGroup(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc,metaclass]  # also a dict
     """One entry of ``param_groups``: the module's parameters, and the sharded optimizer's hyper-parameters.
 
     Everything but ``"params"`` is read from and written to the group that the sharded optimizer steps with.
@@ -47,10 +47,10 @@ class ParameterGroup(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[
         return len(self._sharded())
 
     def __repr__(self) -> str:
-        return repr(dict(self.items()))
+        return repr({key: self[key] for key in self})
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self.items()),)
+        return dict, ({key: self[key] for key in self},)
 
 
 class MultiLossOptimizer(Optimizer):
@@ -59,8 +59,8 @@ class MultiLossOptimizer(Optimizer):
     An ordinary optimizer to LR schedulers, monitors and ``toggle_optimizer``: ``param_groups`` hold the module's own
     parameters and share every hyper-parameter with the sharded optimizer both ways. ``state`` is the sharded one.
     ``step`` consumes the gradients, as if ``zero_grad`` followed it. A parameter that got no gradient since the last
-    ``zero_grad`` or ``step`` is stepped with a zero gradient, where plain PyTorch would skip it: with momentum or weight
-    decay it still moves.
+    ``zero_grad`` or ``step`` is stepped with a zero gradient, where plain PyTorch would skip it: with momentum or
+    weight decay it still moves.
 
     Args:
         engine: The engine that reduces and steps.
@@ -73,7 +73,7 @@ class MultiLossOptimizer(Optimizer):
         self.__class__ = type(type(engine.basic_optimizer).__name__, (MultiLossOptimizer,), {})
         self._engine = engine
         self.defaults = engine.basic_optimizer.defaults
-        self.param_groups = [
+        self.param_groups: list[Any] = [
             ParameterGroup(lambda index=index: engine.basic_optimizer.param_groups[index], params)  # type: ignore[misc]
             for index, params in enumerate(groups)
         ]
@@ -87,7 +87,7 @@ class MultiLossOptimizer(Optimizer):
     def state(self, value: Any) -> None:
         pass  # torch.optim.Optimizer.__init__ assigns an empty one
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is still local, update the parameters, and discard the gradients. Collective.
 
         With ``gradient_accumulation_steps`` N in the DeepSpeed config, every N-th call updates, as in DeepSpeed.

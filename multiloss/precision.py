@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -105,7 +105,7 @@ class MultiLossPrecision(DeepSpeedPrecision):
         """
         if clip_val <= 0:
             return
-        engine = optimizer._engine
+        engine: MultiLossEngine = optimizer._engine  # type: ignore[attr-defined]
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clipping.clip_value(engine, float(clip_val))
         else:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
@@ -17,7 +18,6 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers,
 from lightning.pytorch.plugins import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.deepspeed import _validate_device_index_selection
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -32,8 +32,8 @@ STAGES = (0, 1, 2, 3)
 class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO for LightningModules that back-propagate several losses separately.
 
-    A LightningModule that trains under ``strategy="ddp"`` runs unchanged and ends with the same weights, in manual and in
-    automatic optimization. ``manual_backward(loss, retain_graph=True)`` adds to the gradients, ``opt.zero_grad()``
+    A LightningModule that trains under ``strategy="ddp"`` runs unchanged and ends with the same weights, in manual and
+    in automatic optimization. ``manual_backward(loss, retain_graph=True)`` adds to the gradients, ``opt.zero_grad()``
     discards them, ``opt.step()`` consumes them. Runs on CUDA, and on the CPU with gloo.
 
     Gradient clipping is done on the shards and equals PyTorch's, by norm and by value. Gradient accumulation in
@@ -41,8 +41,8 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
 
     Args:
         args: As :class:`lightning.pytorch.strategies.DeepSpeedStrategy`.
-        kwargs: As :class:`lightning.pytorch.strategies.DeepSpeedStrategy`, except that ``overlap_comm`` is off by default
-            in stages 0 and 1, which have no backward to overlap with.
+        kwargs: As :class:`lightning.pytorch.strategies.DeepSpeedStrategy`, except that ``overlap_comm`` is off by
+            default in stages 0 and 1, which have no backward to overlap with.
 
     Raises:
         TypeError: For an argument that DeepSpeedStrategy does not have.
@@ -63,6 +63,7 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
         super().__init__(**arguments)
         self._check_config()
         # Offload works with every torch optimizer; DeepSpeed's own demand for DeepSpeedCPUAdam is about speed.
+        assert isinstance(self.config, dict)
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
 
     @classmethod
@@ -102,7 +103,7 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer chooses Lightning's own plugin for every DeepSpeedStrategy.
         if type(precision_plugin) is DeepSpeedPrecision:
-            precision_plugin = MultiLossPrecision(precision_plugin.precision)
+            precision_plugin = MultiLossPrecision(precision_plugin.precision)  # type: ignore[arg-type]
         if precision_plugin is not None and not isinstance(precision_plugin, MultiLossPrecision):
             raise MisconfigurationException(
                 f"{type(self).__name__} got the precision plugin {type(precision_plugin).__name__}. Pass"
@@ -180,7 +181,7 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     @override
-    def _setup_model(self, model: Module) -> Module:
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]  # as upstream
         if self._layer_sync and self.lightning_module and self.lightning_module.trainer.training:
             model = self._layer_sync.apply(model)
         return super()._setup_model(model)

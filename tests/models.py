@@ -38,7 +38,8 @@ class MultiHead(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """What all heads share."""
-        return self.trunk(x) * self.gain
+        features: Tensor = self.trunk(x) * self.gain
+        return features
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One output per head."""
@@ -62,11 +63,16 @@ class Tied(MultiHead):
 class Repeated(MultiHead):
     """A submodule that is called three times."""
 
+    @property
+    def last(self) -> nn.Module:
+        """The trunk's last layer."""
+        return self.trunk[3]
+
     def features(self, x: Tensor) -> Tensor:
         """The last trunk layer, three times."""
-        features = super().features(x)
+        features: Tensor = super().features(x)
         for _ in range(2):
-            features = torch.tanh(self.trunk[3](features))
+            features = torch.tanh(self.last(features))
         return features
 
 

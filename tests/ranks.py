@@ -69,15 +69,15 @@ class Ranks:
             connection.send((function, args))
         results: dict[int, Any] = {}
         while len(results) < self.world_size:
-            waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in results}
-            ready = wait(list(waiting), timeout=time_limit)
+            waiting: dict[Any, int] = {c: rank for rank, c in enumerate(self._connections) if rank not in results}
+            ready: list[Any] = wait(list(waiting), timeout=time_limit)
             if not ready:
                 self.stop()
                 raise RankError(f"{function.__name__}: ranks {sorted(waiting.values())} took over {time_limit} s")
             for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
+                rank = waiting[connection]
                 try:
-                    succeeded, value = connection.recv()  # type: ignore[union-attr]
+                    succeeded, value = connection.recv()
                 except EOFError:
                     succeeded, value = False, "the process died"
                 if not succeeded:

@@ -196,9 +196,11 @@ def test_other_engines_are_left_alone(pair: Ranks) -> None:
 def optimizer_facade(zero: dict[str, Any]) -> None:
     """What LR schedulers, monitors and users do with an optimizer."""
     model = models.build(models.MultiHead, 2)
-    inner = torch.optim.Adam(
-        [{"params": model.trunk.parameters()}, {"params": [model.gain, *model.heads.parameters()], "lr": 0.02}], lr=0.01
-    )
+    param_groups: list[dict[str, Any]] = [
+        {"params": model.trunk.parameters()},
+        {"params": [model.gain, *model.heads.parameters()], "lr": 0.02},
+    ]
+    inner = torch.optim.Adam(param_groups, lr=0.01)
     engine, optimizer, *_ = multiloss.initialize(
         model=model, optimizer=inner, config={**BASE, "zero_optimization": zero}
     )
@@ -239,7 +241,7 @@ def optimizer_facade(zero: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_optimizer_is_an_ordinary_one(pair: Ranks, stage: str) -> None:
-    """``param_groups`` hold the module's parameters and share hyper-parameters both ways; closures and schedulers work."""
+    """``param_groups`` hold the module's parameters and share hyper-parameters; closures and schedulers work."""
     pair.run(optimizer_facade, STAGES[stage])
 
 

@@ -94,6 +94,7 @@ def leftovers(zero: dict[str, Any], way: str) -> list[str]:
             found.append("an open window")
         if any(bucket.params for bucket in optimizer.ipg_buckets.values()):
             found.append("a gradient in a bucket")
+        param: Any
         for name, param in run.model.named_parameters():
             if param.grad is not None:
                 found.append(f"{name}.grad")

@@ -79,4 +79,6 @@ def test_option(pair: Ranks, option: str) -> None:
         for name, weights, want in zip(NAMES, results, expected, strict=True):
             for parameter, weight in weights.items():
                 difference = (weight - want[parameter]).abs().max().item()
-                assert difference <= TOLERANCE, f"{option}, {name}, rank {rank}: {parameter} differs by {difference:.1e}"
+                assert difference <= TOLERANCE, (
+                    f"{option}, {name}, rank {rank}: {parameter} differs by {difference:.1e}"
+                )

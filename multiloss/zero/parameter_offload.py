@@ -1,14 +1,16 @@
 """Gathering and releasing the parameters of ZeRO-3 over several walks of one graph."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
-from torch.nn import Module
 
 from multiloss.zero.window import BackwardWindow
+
+ZeroModule: TypeAlias = Any
+"""A ``torch.nn.Module`` with the attributes that DeepSpeed gives it."""
 
 # Stands in a parameter's set of active modules for "a graph made by create_graph still needs it".
 _HELD = -1
@@ -30,7 +32,7 @@ class MultiLossZeRoOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]  # deeps
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        module: Module = kwargs["module"] if "module" in kwargs else args[0]
+        module: ZeroModule = kwargs["module"] if "module" in kwargs else args[0]
         for submodule in module.modules():
             # Upstream keeps these closures of an earlier engine, with that engine's coordinator.
             for name in ("pre_bwd_fn", "post_bwd_fn", "ds_grad_inputs"):
@@ -42,14 +44,14 @@ class MultiLossZeRoOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]  # deeps
         super().__init__(*args, **kwargs)
 
     @torch.no_grad()
-    def pre_sub_module_forward_function(self, sub_module: Module) -> None:
+    def pre_sub_module_forward_function(self, sub_module: ZeroModule) -> None:
         """Gather ``sub_module`` before its forward."""
         if sub_module is self.module:
             self._root_forwards += 1
         super().pre_sub_module_forward_function(sub_module)
 
     @torch.no_grad()
-    def post_sub_module_forward_function(self, sub_module: Module) -> None:
+    def post_sub_module_forward_function(self, sub_module: ZeroModule) -> None:
         """Release ``sub_module`` after its forward, and remember how many of its inputs need a gradient."""
         # A module may be called with different numbers of such inputs. Too high a count only postpones the release
         # to the end of the walk; too low a count would release parameters that the walk still needs.
@@ -61,7 +63,7 @@ class MultiLossZeRoOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]  # deeps
                 return
         super().post_sub_module_forward_function(sub_module)
 
-    def pre_sub_module_backward_function(self, sub_module: Module) -> None:
+    def pre_sub_module_backward_function(self, sub_module: ZeroModule) -> None:
         """Gather ``sub_module`` before its part of a walk."""
         hold = torch.is_grad_enabled()
         self._window.enter()

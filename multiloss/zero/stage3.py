@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
-from torch.nn import Parameter
 
 from multiloss import _upstream
+from multiloss.zero import ZeroParameter
+from multiloss.zero.accounting import GradientAccounting
 from multiloss.zero.parameter_offload import MultiLossZeRoOffload
-from multiloss.zero.window import BackwardWindow, WindowedHookState
 
 
-class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # deepspeed has no type hints
+class MultiLossZeroOptimizerStage3(GradientAccounting, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # no hints
     """ZeRO-3 optimizer in which any sequence of backwards adds up and ``zero_grad`` discards.
 
     Each backward reduce-scatters what it computed and adds it to this rank's partition of each gradient. The
@@ -29,34 +29,14 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
         self._in_bucket: set[int] = set()
         self._partitions_dirty = False
         self._stepping = False
-        self._finalizing = False
         super().__init__(*args, **kwargs)
-        self._window = BackwardWindow(
-            on_open=self._open_backward, on_close=self._close_backward, on_abandoned=self._collect_leftovers
-        )
-        self._backward_hook_state = WindowedHookState(self._window)
+        self._follow_autograd()
 
     # -- what upstream asks -------------------------------------------------------------------------------------
 
     def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> MultiLossZeRoOffload:
         """The parameter offload that survives several walks of a graph."""
         return MultiLossZeRoOffload(*args, **kwargs)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True only while the accumulated gradients are made ready for a step: no backward knows if it is the last."""
-        return self._finalizing
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Ignored; see :meth:`is_gradient_accumulation_boundary`."""
-
-    def initialize_optimizer_states(self) -> None:
-        """As upstream, but keep the user's Adagrad, which upstream replaces by one with a single set of options."""
-        optimizer = self.optimizer
-        super().initialize_optimizer_states()
-        if self.optimizer is not optimizer:
-            optimizer.state.clear()
-            optimizer.state.update(self.optimizer.state)
-            self.optimizer = optimizer
 
     def _link_all_hp_params(self) -> None:
         own = {param.ds_id for param in self._parameters()}
@@ -67,7 +47,7 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
     # -- during a backward --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
+    def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
         """Take ``param.grad``, which a backward has just accumulated, into the bucket."""
         if param.grad is None or self._coalesce_grad_reduction:
             return
@@ -79,7 +59,7 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
         super().reduce_ready_partitions_and_remove_grads(param)
         self._in_bucket.add(param.ds_id)
 
-    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
+    def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Add reduced gradients to the partitions."""
         self.micro_step_id = 1  # upstream copies when this is 0 and adds otherwise
         self._partitions_dirty = True
@@ -98,20 +78,10 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
 
     # -- between backwards and the step -------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Deal with a backward that died: its gradients count as far as it came, as in PyTorch."""
-        self._window.settle()
-
-    def collect_local_gradients(self) -> None:
-        """Take every ``.grad`` that was left on a parameter, as one backward. Communicates."""
-        self._window.settle()
-        self._collect_leftovers()
-
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Make everything accumulated ready for :meth:`step`."""
         self._window.settle()
-        self._finalizing = True
-        try:
+        with self._boundary():
             if self.offload_optimizer:
                 # Parameters without a gradient too: their place in the fp32 buffer may hold an old one.
                 self._offload_boundary_param_ids = {param.ds_id for param in self._parameters()}
@@ -120,8 +90,6 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
                 for index, group in enumerate(self.fp16_groups):
                     self.averaged_gradients[index] = [partitions[param.ds_id] for param in group]
             super().finalize_gradient_accumulation_boundary()
-        finally:
-            self._finalizing = False
 
     def gradient_shards(self) -> list[Tensor]:
         """This rank's part of the accumulated gradient, flat."""
@@ -165,7 +133,7 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
             self.grad_partitions_flat_buffer.zero_()
             self._partitions_dirty = False
 
-    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[Tensor, int]:
+    def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> tuple[Tensor, int]:
         self._window.settle()
         self._partitions_dirty = True  # the caller may write into it
         group_index, _, _ = self.grad_position[self.get_param_id(param)]
@@ -177,14 +145,9 @@ class MultiLossZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: igno
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> Iterable[Parameter]:
+    def _parameters(self) -> Iterable[ZeroParameter]:
         return (param for group in self.fp16_groups for param in group)
 
-    def _collect_leftovers(self) -> None:
-        try:
-            for param in self._parameters():
-                self.reduce_ready_partitions_and_remove_grads(param)
-            self._close_backward()
-        except BaseException:
-            self.zero_grad()
-            raise
+    def _take_leftovers(self) -> None:
+        for param in self._parameters():
+            self.reduce_ready_partitions_and_remove_grads(param)

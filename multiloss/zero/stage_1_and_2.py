@@ -1,7 +1,6 @@
 """Gradient accounting for ZeRO stages 1 and 2."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,17 +8,17 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
-from torch.nn import Parameter
 
-from multiloss.zero.window import BackwardWindow, WindowedHookState
+from multiloss.zero import ZeroParameter
+from multiloss.zero.accounting import GradientAccounting
 
 
-class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # deepspeed has no type hints
+class MultiLossZeroOptimizer(GradientAccounting, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # no type hints
     """ZeRO-1/2 optimizer in which any sequence of backwards adds up and ``zero_grad`` discards.
 
     Every reduction is added straight into this rank's partition of the flat gradient, which upstream already has for
-    fp32 accumulation of low-precision gradients and which is used here for every dtype. The partition starts as zeros, so a
-    parameter that no backward reaches has a zero gradient. In stage 2 each backward reduces what it computed; in
+    fp32 accumulation of low-precision gradients and which is used here for every dtype. The partition starts as zeros,
+    so a parameter that no backward reaches has a zero gradient. In stage 2 each backward reduces what it computed; in
     stage 1 gradients accumulate on their rank and are reduced by the step, or earlier when someone asks for a full
     gradient.
 
@@ -29,12 +28,10 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._finalizing = False
         self._in_bucket: set[int] = set()
         self._in_flight: list[Tensor] = []
         super().__init__(*args, **kwargs)
-        self._window = BackwardWindow(on_close=self._close_backward, on_abandoned=self._collect_leftovers)
-        self._backward_hook_state = WindowedHookState(self._window)
+        self._follow_autograd()
 
     # -- what upstream asks -------------------------------------------------------------------------------------
 
@@ -50,22 +47,6 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         return True
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True only while the accumulated gradients are made ready for a step: no backward knows if it is the last."""
-        return self._finalizing
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Ignored; see :meth:`is_gradient_accumulation_boundary`."""
-
-    def initialize_optimizer_states(self) -> None:
-        """As upstream, but keep the user's Adagrad, which upstream replaces by one with a single set of options."""
-        optimizer = self.optimizer
-        super().initialize_optimizer_states()
-        if self.optimizer is not optimizer:
-            optimizer.state.clear()
-            optimizer.state.update(self.optimizer.state)
-            self.optimizer = optimizer
-
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()
         for param in self._parameters():
@@ -78,7 +59,7 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
     # -- during a backward --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def process_gradients(self, param: Parameter, i: int) -> None:
+    def process_gradients(self, param: ZeroParameter, i: int) -> None:
         """Take ``param.grad``, which a backward has just accumulated, into the bucket (stage 2) or the local sum."""
         if param.grad is None or self._coalesce_grad_reduction:
             return
@@ -112,15 +93,6 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
         self._in_flight.clear()
 
     # -- between backwards and the step -------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Deal with a backward that died: its gradients count as far as it came, as in PyTorch."""
-        self._window.settle()
-
-    def collect_local_gradients(self) -> None:
-        """Take every ``.grad`` that was left on a parameter, as one backward. Communicates in stage 2."""
-        self._window.settle()
-        self._collect_leftovers()
 
     @torch.no_grad()
     def reduce_local_sums(self) -> None:
@@ -174,7 +146,7 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
             bucket.clear()
         self.extra_large_param_to_reduce.clear()
         self.previous_reduced_grads.clear()
-        self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self.params_already_reduced = [False] * len(self.param_dict)
         for index in range(len(self.bit16_groups)):
             self.averaged_gradients[index] = None
             self.all_grad_tensors[index] = None
@@ -185,26 +157,13 @@ class MultiLossZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # d
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> Iterable[Parameter]:
+    def _parameters(self) -> Iterable[ZeroParameter]:
         return (param for group in self.bit16_groups for param in group)
 
-    @contextmanager
-    def _boundary(self) -> Iterator[None]:
-        self._finalizing = True
-        try:
-            yield
-        finally:
-            self._finalizing = False
-
-    def _collect_leftovers(self) -> None:
-        try:
-            for index, group in enumerate(self.bit16_groups):
-                for param in group:
-                    self.process_gradients(param, index)
-            self._close_backward()
-        except BaseException:
-            self.zero_grad()
-            raise
+    def _take_leftovers(self) -> None:
+        for index, group in enumerate(self.bit16_groups):
+            for param in group:
+                self.process_gradients(param, index)
 
     def _share_local_sums(self) -> bool:
         """Give a zero to each parameter that only other ranks have a gradient for; false when nobody has any."""

@@ -11,8 +11,8 @@ from torch.autograd import Variable
 class _CloseToken:
     """The callback that autograd runs when the graph task ends.
 
-    Autograd holds the only strong reference, so a dead weak reference says that the graph task is gone, whether it ended
-    or was torn down by an exception.
+    Autograd holds the only strong reference, so a dead weak reference says that the graph task is gone, whether it
+    ended or was torn down by an exception.
     """
 
     def __init__(self, close: Callable[["_CloseToken"], None]) -> None:

@@ -1,4 +1,4 @@
-"""Elements gathered, held and reduced per step in ZeRO-3, for K losses: multiloss against stock DeepSpeed's summed loss.
+"""Elements gathered, held and reduced per step in ZeRO-3 for K losses, beside stock DeepSpeed with the summed loss.
 
 A 16-layer network with one head per loss, two ranks, no persistent parameters, every parameter released as soon as its
 module is done, no prefetching. One step is one forward, K backwards (stock: one, of the sum) and the optimizer's step.
