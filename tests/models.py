@@ -53,7 +53,8 @@ class Tied(MultiHead):
     def __init__(self, heads: int) -> None:
         super().__init__(heads)
         self.again = nn.Linear(WIDTH, WIDTH)
-        self.again.weight = self.trunk[3].weight
+        tied: Any = self.trunk[3]
+        self.again.weight = tied.weight
 
     def features(self, x: Tensor) -> Tensor:
         """The tied weight is used twice."""
