@@ -78,6 +78,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "pre_sub_module_forward_function": "gathers a module before its forward",
         "post_sub_module_forward_function": "releases a module after its forward",
         "pre_sub_module_backward_function": "gathers a module before its backward",
+        "post_sub_module_backward_function": "releases a module after its backward",
         "release_backward_leftovers": "releases modules that no hook released",
     },
     "lightning.pytorch.strategies.DeepSpeedStrategy": {
@@ -131,6 +132,9 @@ _ATTRIBUTES: dict[str, dict[str, str]] = {
         "grad_partitions_flat_buffer": "all gradient partitions",
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition": "the gradient partition of each parameter",
     },
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__init__": {
+        "_PartitionedParameterCoordinator__active_backward_submodules": "modules that a backward has gathered",
+    },
 }
 
 
@@ -151,6 +155,11 @@ def check() -> None:
 def gradient_partitions(optimizer: Any) -> dict[int, Tensor]:
     """This rank's gradient partition of each parameter of a ZeRO-3 optimizer, by the parameter's ``ds_id``."""
     return cast(dict[int, Tensor], optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition)
+
+
+def active_backward_modules(coordinator: Any) -> dict[int, Any]:
+    """The modules that the running backward has gathered and not yet released, by their ``ds_id``."""
+    return cast(dict[int, Any], coordinator._PartitionedParameterCoordinator__active_backward_submodules)
 
 
 def _resolve(path: str) -> Any:

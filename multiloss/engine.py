@@ -223,7 +223,8 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
             lr_kwargs: For the LR scheduler that the engine steps, if it was given one.
 
         Raises:
-            RuntimeError: Inside a backward, or without an optimizer.
+            RuntimeError: Inside a backward, without an optimizer, or if a parameter has a gradient that ZeRO would
+                ignore: one that was assigned to ``.grad``, or of a parameter that was frozen when the engine was built.
         """
         if not self.has_optimizer:
             raise RuntimeError(
@@ -235,12 +236,28 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
                 "step() was called inside a backward (from a gradient hook or a custom autograd function), when not all"
                 " gradients have been computed. Call it after backward() has returned."
             )
+        managed = self.managed_gradient_accumulation()
         try:
-            if self.managed_gradient_accumulation() and self.is_gradient_accumulation_boundary():
+            if not managed or self.is_gradient_accumulation_boundary():
+                self._check_gradients_known()
+            if managed and self.is_gradient_accumulation_boundary():
                 self._reduce_for_step()
             super().step(lr_kwargs)
         finally:
             self._running_engine_step = False
+
+    def _check_gradients_known(self) -> None:
+        """Raise for a gradient that only ``.grad`` holds: ZeRO would step without it."""
+        if not isinstance(self.optimizer, ZeROOptimizer):
+            return
+        self.optimizer.settle()
+        for param in (param for group in self.parameter_groups for param in group):
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"step() found a gradient in `{self.param_names[param]}.grad` that ZeRO did not put there and"
+                    " would ignore. If you assigned it, use deepspeed.utils.safe_set_full_grad. If the parameter was frozen"
+                    " when multiloss.initialize ran, unfreeze it before."
+                )
 
     def _reduce_for_step(self) -> None:
         if self.inside_no_sync_ctxt:

@@ -400,6 +400,22 @@ def freed_graph(run: Runner, order: Order) -> None:
         run.step()
 
 
+def gradient_penalty(run: Runner, order: Order) -> None:
+    """A loss of the gradient with respect to the inputs, walked twice, beside the ordinary losses."""
+    for key in range(3):
+        for rank in run.ranks:
+            inputs = models.batch(key, rank).requires_grad_()
+            output = run.module(inputs)
+            (gradient,) = torch.autograd.grad(output[order[0]].sum(), inputs, create_graph=True)
+            penalty = (gradient.norm(dim=1) - 1).square().mean()
+            other = run.module(models.batch(key + 100, rank))
+            run.backpropagate(penalty, retain=True)
+            run.backpropagate(sum_of(other, order[1:]), retain=False)
+            run.backpropagate(penalty, retain=True)
+            run.backpropagate(sum_of(output, order), retain=False)
+        run.step()
+
+
 PROGRAMS: dict[str, Program] = {
     "one_loss": Program(one_loss),
     "two_losses": Program(each_loss),
@@ -424,6 +440,7 @@ PROGRAMS: dict[str, Program] = {
     "exception_in_retained_graph": Program(exception_in_retained_graph),
     "exception_without_zero_grad": Program(exception_without_zero_grad),
     "freed_graph": Program(freed_graph),
+    "gradient_penalty": Program(gradient_penalty),
     "clipping": Program(each_loss, clipping=0.05),
     "clipping_adamw": Program(zero_grad_between, clipping=0.05, optimizer=adamw),
     "adamw": Program(each_loss, optimizer=adamw),

@@ -75,6 +75,19 @@ def add_group(run: EngineRunner) -> None:
     run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
+def assigned_gradient(run: EngineRunner) -> None:
+    """A gradient that ZeRO does not know of."""
+    run.forward(0)
+    gain = run.model.gain
+    gain.grad = torch.ones_like(gain)
+    try:
+        if isinstance(run.engine.optimizer, torch.optim.Optimizer):
+            raise RuntimeError("step() found a gradient")  # stage 0 has no shards: .grad is the gradient
+        run.engine.step()
+    finally:
+        run.zero_grad()
+
+
 CALLS: dict[Call, str] = {
     no_graph: "ValueError: engine.backward(loss) needs a loss with a graph",
     no_graph_scaled: "ValueError: engine.scale(loss) needs a loss with a graph",
@@ -84,6 +97,7 @@ CALLS: dict[Call, str] = {
     save_nowhere: "ValueError: engine.save_checkpoint needs the path of a checkpoint directory, got None",
     save_empty: "ValueError: engine.save_checkpoint needs the path of a checkpoint directory, got ''",
     load_nowhere: "ValueError: engine.load_checkpoint needs the path of a checkpoint directory, got None",
+    assigned_gradient: "RuntimeError: step() found a gradient",
     add_group: "RuntimeError: add_param_group is not possible",
 }
 
@@ -244,3 +258,30 @@ def test_an_exception_on_one_rank_before_any_reduction(pair: Ranks, stage: str) 
     for weights in pair.run(died_on_one_rank, STAGES[stage]):
         for name, param in expected.model.named_parameters():
             assert (weights[name] - param).abs().max() <= TOLERANCE, name
+
+
+def unfrozen_later(zero: dict[str, Any]) -> str:
+    """A parameter that was frozen when the engine was built."""
+    model = models.build(models.MultiHead, 2)
+    model.heads[1].requires_grad_(False)
+    engine, optimizer, _, _ = multiloss.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config=PROGRAM.merged({"zero_optimization": zero}),
+    )
+    assert optimizer is not None
+    try:
+        model.heads[1].requires_grad_(True)
+        outputs = engine(models.batch(0, 0))
+        engine.backward(models.loss_of(outputs[1], 1))
+        return message_of(optimizer.step)
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "stage 0"])
+def test_a_parameter_unfrozen_later_does_not_stay_still_in_silence(pair: Ranks, stage: str) -> None:
+    """The step says which it is."""
+    for message in pair.run(unfrozen_later, STAGES[stage]):
+        assert "`heads.1.weight.grad`" in message, message
+        assert "unfreeze it before" in message, message

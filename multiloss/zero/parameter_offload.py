@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
+from multiloss import _upstream
 from multiloss.zero.window import BackwardWindow
 
 ZeroModule: TypeAlias = Any
@@ -74,6 +75,15 @@ class MultiLossZeRoOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]  # deeps
         if hold:
             for param in iter_params(sub_module, recurse=z3_leaf_module(sub_module)):
                 param.ds_active_sub_modules.add(_HELD)
+
+    @torch.no_grad()
+    def post_sub_module_backward_function(self, sub_module: ZeroModule) -> None:
+        """Release ``sub_module`` after its part of a walk, if this walk gathered it.
+
+        A second-order graph reaches a module's inputs without passing through its outputs.
+        """
+        if sub_module.ds_id in _upstream.active_backward_modules(self.get_param_coordinator()):
+            super().post_sub_module_backward_function(sub_module)
 
     def begin_forward(self) -> None:
         """An outermost forward begins: an earlier one may have died half-way."""
