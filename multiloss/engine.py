@@ -255,8 +255,8 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
             if param.grad is not None:
                 raise RuntimeError(
                     f"step() found a gradient in `{self.param_names[param]}.grad` that ZeRO did not put there and"
-                    " would ignore. If you assigned it, use deepspeed.utils.safe_set_full_grad. If the parameter was frozen"
-                    " when multiloss.initialize ran, unfreeze it before."
+                    " would ignore. If you assigned it, use deepspeed.utils.safe_set_full_grad. If the parameter was"
+                    " frozen when multiloss.initialize ran, unfreeze it before."
                 )
 
     def _reduce_for_step(self) -> None:

@@ -334,6 +334,27 @@ def test_evaluation_and_a_second_fit(pair: Ranks, strategy: str, tmp_path: Any) 
     assert {"first", "second", "lr-SGD", "score"} <= set(lines[0].split(","))
 
 
+def resumed(strategy: str, folder: str) -> tuple[float, list[int]]:
+    """The largest difference between two epochs at once and one, a checkpoint, a new trainer and another."""
+    first, second, straight = Manual(), Manual(), Manual()
+    trainer = trainer_on_rank(make_strategy(strategy), max_epochs=1, enable_checkpointing=True, default_root_dir=folder)
+    trainer.fit(first, loader(PER_RANK))
+    path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    trainers = [trainer_on_rank(make_strategy(strategy)) for _ in range(2)]
+    trainers[0].fit(second, loader(PER_RANK), ckpt_path=path)
+    trainers[1].fit(straight, loader(PER_RANK))
+    difference = max((second.final[name] - weight).abs().max().item() for name, weight in straight.final.items())
+    return difference, [trainer.global_step for trainer in trainers]
+
+
+@pytest.mark.parametrize("strategy", [*NAMES[1:], "instance"])
+def test_resuming_from_a_checkpoint(pair: Ranks, strategy: str, tmp_path: Any) -> None:
+    """Resuming is exact to the last bit."""
+    for difference, steps in pair.run(resumed, strategy, str(tmp_path)):
+        assert difference == 0
+        assert steps[0] == steps[1]
+
+
 def kinds(strategy: str) -> list[str]:
     """What the module is handed."""
     seen: list[Any] = []
