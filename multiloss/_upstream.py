@@ -36,7 +36,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "_backward_prologue": "called from hooks on the forward's outputs; replaced by the windows",
         "_backward_prologue_per_tensor": "as above",
         "_backward_epilogue": "replaced by the windows",
-        "_backward_post_hook": "replaced by the windows",
+        "_backward_post_hook": "registered with the ZeRO optimizer; checks that the loss was scaled",
         "_flush_coalesced_reduction_zero12": "end of coalesce_grad_reduction in stages 1 and 2",
         "_flush_coalesced_reduction_zero3": "end of coalesce_grad_reduction in stage 3",
         "_start_timers": "wall_clock_breakdown",
@@ -51,6 +51,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "enter_backward": "called by the engine",
         "exit_backward": "called by the engine",
         "reset_for_new_step": "called by the engine's forward",
+        "run_grad_acc_post_hooks": "runs what the engine registered",
     },
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": {
         "_use_compact_grad_partition_buffer": "whether reductions are added into the flat partition",
@@ -105,7 +106,6 @@ _MEMBERS: dict[str, dict[str, str]] = {
 _ATTRIBUTES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.engine.DeepSpeedEngine.__init__": {
         "_running_engine_step": "an exception in step() must not leave it set",
-        "_manual_backward_expected": "whether the running backward's loss was scaled",
         "_running_engine_backward": "whether engine.backward is running",
         "_unmanaged_backward_count": "micro-batches since the last step",
     },

@@ -27,6 +27,7 @@ from multiloss.optimizer import MultiLossOptimizer
 from multiloss.zero.parameter_offload import MultiLossZeRoOffload
 from multiloss.zero.stage3 import MultiLossZeroOptimizerStage3
 from multiloss.zero.stage_1_and_2 import MultiLossZeroOptimizer
+from multiloss.zero.window import BackwardWindow
 
 
 class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type hints
@@ -49,6 +50,7 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._forward_depth = 0
         self._accumulation_hooks: list[Any] = []
+        self._scaled_backward = BackwardWindow()
         super().__init__(*args, **kwargs)
         if self.gradient_accumulation_steps() > 1:
             self._register_accumulation_hooks()
@@ -178,7 +180,7 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         return loss
 
     def _expect_scaled_backward(self, grad: Tensor) -> Tensor:
-        self._manual_backward_expected = True
+        self._scaled_backward.enter()
         return grad
 
     @contextmanager
@@ -204,7 +206,13 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         """Each ZeRO optimizer's window ends its own backward."""
 
     def _backward_post_hook(self) -> None:
-        """As above."""
+        """Before the first gradient of a backward: raise if its loss should have been scaled."""
+        scaled = self._running_engine_backward or self._scaled_backward.is_running
+        if not scaled and self.optimizer.needs_scaler():
+            raise RuntimeError(
+                "This configuration scales losses, and backward() was called on a loss that is not scaled. Use"
+                " engine.backward(loss) or engine.scale(loss).backward()."
+            )
 
     def _flush_coalesced_reduction_zero12(self, optimizer: MultiLossZeroOptimizer) -> None:
         optimizer.collect_local_gradients()

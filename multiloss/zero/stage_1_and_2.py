@@ -65,13 +65,15 @@ class MultiLossZeroOptimizer(GradientAccounting, DeepSpeedZeroOptimizer):  # typ
             return
         if param.grad.requires_grad:
             param.grad = param.grad.detach()
+        if not self.partition_gradients:
+            self._fill_param_grad_accum_attribute(param)
+            return
         param_id = self.get_param_id(param)
         if param_id in self._in_bucket:
             # A nested graph task accumulated once more, in place, into the gradient that waits in the bucket.
             return
         super().process_gradients(param, i)
-        if self.partition_gradients:
-            self._in_bucket.add(param_id)
+        self._in_bucket.add(param_id)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Reduce the bucket; its gradients are then in the partitions and nowhere else."""

@@ -52,12 +52,16 @@ class BackwardWindow:
         """Whether a backward of this owner is running, or died without closing."""
         return self._token is not None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the backward that opened the window is running."""
+        return self._token is not None and self._token() is not None
+
     def enter(self) -> None:
         """Open the window unless the backward that opened it is still running. Call only from an autograd hook."""
-        if self._token is not None:
-            if self._token() is not None:
-                return
-            self.settle()
+        if self.is_running:
+            return
+        self.settle()
         token = _CloseToken(self._close)
         Variable._execution_engine.queue_callback(token)
         self._token = weakref.ref(token)
@@ -66,7 +70,7 @@ class BackwardWindow:
 
     def settle(self) -> None:
         """Deal with what a backward that died of an exception left behind; nothing to do otherwise."""
-        if self._token is None or self._token() is not None:
+        if self._token is None or self.is_running:
             return
         self._token = None
         if self._on_abandoned is not None:
@@ -115,8 +119,18 @@ class WindowedHookState(BackwardHookStateManager):  # type: ignore[misc]  # deep
         return False
 
     def reenter_backward_if_needed(self) -> None:
-        """Every gradient hook calls this first: the first one of a backward opens the window."""
+        """Every gradient hook calls this first: the first one of a backward opens the window.
+
+        The engine's registered hook runs before, and may refuse the backward.
+        """
+        if not self.window.is_running:
+            self.run_grad_acc_post_hooks()
         self.window.enter()
+
+    def run_grad_acc_post_hooks(self) -> None:
+        """Run what the engine registered, whatever its depth count says."""
+        for hook in self._grad_acc_post_hooks:
+            hook()
 
     def update_hook_state_and_maybe_run_epilogue(self, current_expected_count: int) -> None:
         """The window runs the epilogue."""
