@@ -22,6 +22,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.engine": {
         "DeepSpeedZeroOptimizer": "the engine looks the stage 1 and 2 optimizer up here",
         "DeepSpeedZeRoOffload": "the engine looks the offload for stage 3 without an optimizer up here",
+        "DummyOptim": "stands for an engine without an optimizer",
         "ZERO_OPTIMIZATION": "answer of _do_optimizer_sanity_check",
         "BFLOAT16": "answer of _do_optimizer_sanity_check",
     },
@@ -88,6 +89,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "_initialize_deepspeed_inference": "builds the engine for validate, test and predict",
         "_init_deepspeed_distributed": "starts the process group",
         "_set_deepspeed_activation_checkpointing": "DeepSpeed's activation checkpointing",
+        "_setup_model": "called with the module before it is wrapped",
         "init_deepspeed": "refuses clipping that works here",
     },
     "lightning.pytorch.strategies.deepspeed": {
@@ -95,6 +97,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.core.optimizer": {
         "_init_optimizers_and_lr_schedulers": "runs configure_optimizers and checks its answer",
+        "_MockOptimizer": "stands for configure_optimizers returning None",
     },
     "torch._C": {
         "_current_graph_task_id": "whether a backward is running",
@@ -108,6 +111,9 @@ _ATTRIBUTES: dict[str, dict[str, str]] = {
         "_running_engine_step": "an exception in step() must not leave it set",
         "_running_engine_backward": "whether engine.backward is running",
         "_unmanaged_backward_count": "micro-batches since the last step",
+    },
+    "lightning.pytorch.strategies.ParallelStrategy.__init__": {
+        "_layer_sync": "converts batch normalization for sync_batchnorm",
     },
     "deepspeed.runtime.base_optimizer.ZeROOptimizer.__init__": {
         "_backward_hook_state": "the object that gradient hooks talk to",

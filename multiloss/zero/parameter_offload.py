@@ -88,7 +88,3 @@ class MultiLossZeRoOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]  # deeps
     def begin_forward(self) -> None:
         """An outermost forward begins: an earlier one may have died half-way."""
         self._root_forwards = 0
-
-    def settle(self) -> None:
-        """Release what a backward that died of an exception left gathered."""
-        self._window.settle()
