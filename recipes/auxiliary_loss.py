@@ -2,8 +2,8 @@
 
 A small convolutional trunk looks at scikit-learn's handwritten digits (8x8 pixels, shipped with scikit-learn). Three
 heads share its features: which digit it is, whether the digit is odd, and what the image looked like. Each head has its
-own loss, and `training_step` back-propagates the three one after the other through the one forward. It takes less than a
-minute on two CPU cores and finds over 95 % of the test digits. Logs and curves go to `runs/auxiliary_loss/version_*`.
+own loss, and `training_step` back-propagates the three one after the other through the one forward. It takes less than
+a minute on two CPU cores and finds over 95 % of the test digits. Logs and curves go to `runs/auxiliary_loss/version_*`.
 
     python recipes/auxiliary_loss.py                                 # one device, ZeRO stage 2
     python recipes/auxiliary_loss.py --devices 2 --stage 3           # parameters sharded over two devices
@@ -64,17 +64,17 @@ class MultiHeadDigits(LightningModule):
         self.weights: dict[str, Tensor] = {}  # filled at the end of training
         self.trunk = nn.Sequential(
             nn.Conv2d(1, CHANNELS, 3, padding=1),
-            nn.ReLU(),
+            nn.GELU(),
             nn.Conv2d(CHANNELS, 2 * CHANNELS, 3, stride=2, padding=1),
-            nn.ReLU(),
+            nn.GELU(),
             nn.Flatten(),
             nn.Linear(2 * CHANNELS * 4 * 4, FEATURES),
-            nn.ReLU(),
+            nn.GELU(),
         )
         self.digit_head = nn.Linear(FEATURES, 10)
         self.parity_head = nn.Linear(FEATURES, 1)
         self.reconstruction_head = nn.Sequential(
-            nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, 64), nn.Unflatten(1, (1, 8, 8))
+            nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, 64), nn.Unflatten(1, (1, 8, 8))
         )
         # One metric for each split, as modules: Lightning moves them to the device and syncs them over the ranks.
         self.metrics = nn.ModuleDict()
