@@ -116,6 +116,21 @@ class Manual(Base):
         self.seen.append(("before_step", round(optimizer.param_groups[0]["lr"], 6)))
 
 
+class Late(Manual):
+    """Makes its parameters in ``configure_model``, sharded from the start in stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net, self.offset
+
+    def configure_model(self) -> None:
+        """Once."""
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = models.MultiHead(2)
+            self.offset = nn.Parameter(torch.full((3,), 0.5))
+
+
 class Automatic(Base):
     """Lightning's own loop."""
 
@@ -248,6 +263,14 @@ def test_manual_optimization_on_other_world_sizes(pools: dict[int, Ranks], strat
     """One rank and four."""
     expected, *_ = fit_plain(Manual, world_size)
     for weights, *_ in pools[world_size].run(fit_with, Manual, strategy, {}):
+        assert_weights(weights, expected)
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_multiloss_stage_2", "deepspeed_multiloss_stage_3", "instance"])
+def test_configure_model(pair: Ranks, strategy: str) -> None:
+    """A module that is built under ``deepspeed.zero.Init``."""
+    expected, *_ = fit_plain(Manual, 2)
+    for weights, *_ in pair.run(fit_with, Late, strategy, {}):
         assert_weights(weights, expected)
 
 
