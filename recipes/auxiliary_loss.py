@@ -17,7 +17,6 @@ DDP takes the three backwards only as `--strategy ddp_find_unused_parameters_tru
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,7 +176,7 @@ def train(args: argparse.Namespace, summed: bool) -> MultiHeadDigits:
         enable_checkpointing=False,
     )
     logger.log_hyperparams({**vars(args), "strategy": strategy, "summed": summed})
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // trainer.num_devices))  # else CPU ranks fight for the cores
+    torch.set_num_threads(1)  # more do not pay for so small a model, and the ranks on a CPU would fight for its cores
     train_loader, val_loader, test_loader = load_data(max(1, BATCH_SIZE // trainer.world_size), args.seed)
     module = MultiHeadDigits(summed)
     trainer.fit(module, train_loader, val_loader)
@@ -192,21 +191,15 @@ def train(args: argparse.Namespace, summed: bool) -> MultiHeadDigits:
 def plot_curves(log_dir: Path, title: str) -> Path:
     """Draw the losses and the metrics of each epoch, from the CSV file in the log folder, and return the picture."""
     table = np.genfromtxt(log_dir / "metrics.csv", delimiter=",", names=True)  # what a row lacks is NaN
-    panels = (
-        "digit_loss",
-        "parity_loss",
-        "reconstruction_loss",
-        "digit_accuracy",
-        "parity_accuracy",
-        "reconstruction_rmse",
-    )
+    losses = ["digit_loss", "parity_loss", "reconstruction_loss"]
+    metrics = ["digit_accuracy", "parity_accuracy", "reconstruction_rmse"]
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, layout="constrained")
-    for axis, name in zip(axes.flat, panels, strict=True):
+    for axis, name in zip(axes.flat, losses + metrics, strict=True):
         for split, label in (("train", "train"), ("val", "held out")):
             rows = table[~np.isnan(table[f"{split}_{name}"])]
             axis.plot(rows["epoch"] + 1, rows[f"{split}_{name}"], marker=".", label=label)
         axis.set_title(name.replace("_", " ").replace("rmse", "RMSE"))
-        if name.endswith("loss"):
+        if name in losses:
             axis.set_yscale("log")
             axis.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
             axis.yaxis.set_major_formatter("{x:g}")
