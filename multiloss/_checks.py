@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.pipe import PipelineModule
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -71,4 +72,26 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             "multiloss does not support LBFGS: it evaluates the closure several times per step, and a sharded step has"
             " the gradient of one evaluation. Use another optimizer."
+        )
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise for arguments of ``initialize`` that another engine than ours would be built for."""
+    model = arguments.get("model")
+    if isinstance(model, PipelineModule):
+        raise ValueError(
+            "multiloss got a PipelineModule, whose engine runs forward and backward itself. Pass an ordinary"
+            " torch.nn.Module."
+        )
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, (list, tuple)):
+        raise NotImplementedError(
+            f"multiloss.initialize got {len(optimizer)} optimizers in a {type(optimizer).__name__}; this version"
+            " supports one. Pass a single optimizer, with one parameter group for each set of parameters."
+        )
+    config = arguments.get("config") or arguments.get("config_params")
+    if isinstance(config, dict) and config.get("hybrid_engine", {}).get("enabled"):
+        raise ValueError(
+            'multiloss does not support DeepSpeed\'s hybrid engine. Remove "hybrid_engine" from the config, or set its'
+            ' "enabled" to false.'
         )

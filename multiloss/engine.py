@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -22,7 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from multiloss._checks import check_config, check_loss, check_optimizer, check_path
+from multiloss._accumulation import AccumulationDivider
+from multiloss._checks import check_arguments, check_config, check_loss, check_optimizer, check_path
 from multiloss.optimizer import MultiLossOptimizer
 from multiloss.zero.parameter_offload import MultiLossZeRoOffload
 from multiloss.zero.stage3 import MultiLossZeroOptimizerStage3
@@ -43,17 +42,13 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         kwargs: As above.
     """
 
-    # engine.backward calls that are running, of any engine in the process: the loss that they walk is already divided
-    # by the gradient accumulation steps, whichever engine's parameters it reaches.
-    _running_backwards = 0
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._forward_depth = 0
-        self._accumulation_hooks: list[Any] = []
+        self._accumulation: AccumulationDivider | None = None
         self._scaled_backward = BackwardWindow()
         super().__init__(*args, **kwargs)
         if self.gradient_accumulation_steps() > 1:
-            self._register_accumulation_hooks()
+            self._accumulation = AccumulationDivider(self.module, self.gradient_accumulation_steps())
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -82,19 +77,6 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         return self.optimizer is not None and not isinstance(
             self.optimizer, (deepspeed_engine.DummyOptim, DeepSpeedZeRoOffload)
         )
-
-    def _register_accumulation_hooks(self) -> None:
-        for param in self.module.parameters():
-            if param.requires_grad:
-                hook = functools.partial(self._divide_by_accumulation_steps, param)
-                self._accumulation_hooks.append(param.register_hook(hook))
-
-    def _divide_by_accumulation_steps(self, param: Parameter, grad: Tensor) -> Tensor:
-        """Divide what a backward that ``engine.backward`` did not start accumulates into ``param``."""
-        if MultiLossEngine._running_backwards or not _accumulates(param):
-            return grad
-        steps: int = self.gradient_accumulation_steps()
-        return grad / steps
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -188,11 +170,10 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
         timers = [*self.engine_timers.backward_timers, *self.engine_timers.backward_inner_timers]
         self._start_timers(timers)
         self._running_engine_backward = True
-        MultiLossEngine._running_backwards += 1
         try:
-            yield
+            with AccumulationDivider.loss_is_divided():
+                yield
         finally:
-            MultiLossEngine._running_backwards -= 1
             self._running_engine_backward = False
             self._stop_timers(timers)
 
@@ -311,8 +292,9 @@ class MultiLossEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has n
 
     def destroy(self) -> None:
         """Remove every hook and release what the engine holds."""
-        for hook in getattr(self, "_accumulation_hooks", []):
-            hook.remove()
+        accumulation: AccumulationDivider | None = getattr(self, "_accumulation", None)
+        if accumulation is not None:
+            accumulation.remove()
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):  # upstream leaves them on the module
             if (hook := getattr(self, name, None)) is not None:
                 hook.remove()
@@ -335,7 +317,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[MultiLossEngine, MultiLossOpt
         NotImplementedError: If several optimizers are given.
     """
     bound = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
-    _check_arguments(bound.arguments)
+    check_arguments(bound.arguments)
     with substituted_classes():
         engine, _, dataloader, scheduler = deepspeed.initialize(*bound.args, **bound.kwargs)
     optimizer = MultiLossOptimizer(engine) if engine.has_optimizer else None
@@ -364,33 +346,3 @@ def _substituted(module: ModuleType, name: str, replacement: type) -> Iterator[N
         yield
     finally:
         setattr(module, name, original)
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    model = arguments.get("model")
-    if isinstance(model, PipelineModule):
-        raise ValueError(
-            "multiloss got a PipelineModule, whose engine runs forward and backward itself. Pass an ordinary"
-            " torch.nn.Module."
-        )
-    optimizer = arguments.get("optimizer")
-    if isinstance(optimizer, (list, tuple)):
-        raise NotImplementedError(
-            f"multiloss.initialize got {len(optimizer)} optimizers in a {type(optimizer).__name__}; this version"
-            " supports one. Pass a single optimizer, with one parameter group for each set of parameters."
-        )
-    config = arguments.get("config") or arguments.get("config_params")
-    if isinstance(config, dict) and config.get("hybrid_engine", {}).get("enabled"):
-        raise ValueError(
-            'multiloss does not support DeepSpeed\'s hybrid engine. Remove "hybrid_engine" from the config, or set its'
-            ' "enabled" to false.'
-        )
-
-
-def _accumulates(param: Parameter) -> bool:
-    """Whether the running graph task accumulates into ``param``, rather than handing its gradient to autograd.grad."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a node that autograd.grad captures
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,26 @@ from multiloss.precision import MultiLossPrecision
 
 STAGES = (0, 1, 2, 3)
 
+# The arguments that DeepSpeedStrategy uses when it is given a DeepSpeed config, too.
+BESIDE_CONFIG = {
+    "accelerator",
+    "cluster_environment",
+    "config",
+    "exclude_frozen_parameters",
+    "hysteresis",
+    "initial_scale_power",
+    "load_full_weights",
+    "logging_level",
+    "loss_scale",
+    "loss_scale_window",
+    "min_loss_scale",
+    "parallel_devices",
+    "precision_plugin",
+    "process_group_backend",
+    "remote_device",
+    "timeout",
+}
+
 
 class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO for LightningModules that back-propagate several losses separately.
@@ -46,13 +67,15 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
 
     Raises:
         TypeError: For an argument that DeepSpeedStrategy does not have.
-        ValueError: For a stage that is not 0, 1, 2 or 3, and for ``overlap_comm=True`` in stages 0 and 1.
+        ValueError: For a stage that is not 0, 1, 2 or 3, for ``overlap_comm=True`` in stages 0 and 1, and for arguments
+            that a config would override.
     """
 
     strategy_name = "deepspeed_multiloss"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = _bind(args, kwargs)
+        _check_beside_config(arguments, cls_name=type(self).__name__)
         if isinstance(arguments.get("config"), dict):
             arguments["config"] = copy.deepcopy(arguments["config"])  # Lightning writes into it
         stage = arguments.get("stage", 2) if arguments.get("zero_optimization", True) else 0
@@ -71,7 +94,7 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``deepspeed_multiloss`` and its variants."""
         name = cls.strategy_name
-        strategy_registry.register(name, cls, description="Multi-loss DeepSpeed, ZeRO stage 2", stage=2)
+        strategy_registry.register(name, cls, description="Multi-loss DeepSpeed, ZeRO stage 2")
         for stage in STAGES:
             description = f"Multi-loss DeepSpeed, ZeRO stage {stage}"
             strategy_registry.register(f"{name}_stage_{stage}", cls, description=description, stage=stage)
@@ -250,6 +273,19 @@ class DeepSpeedMultiLossStrategy(DeepSpeedStrategy):
             self.model.destroy()
             self.model = self.lightning_module
         super().teardown()
+
+
+def _check_beside_config(arguments: dict[str, Any], cls_name: str) -> None:
+    """Raise for arguments that DeepSpeedStrategy would ignore because a DeepSpeed config is given."""
+    source = "`config`" if arguments.get("config") is not None else None
+    if source is None and DeepSpeedStrategy.DEEPSPEED_ENV_VAR in os.environ:
+        source = f"the environment variable {DeepSpeedStrategy.DEEPSPEED_ENV_VAR}"
+    ignored = sorted(set(arguments) - BESIDE_CONFIG)
+    if source is not None and ignored:
+        raise ValueError(
+            f"{cls_name} got a DeepSpeed config by {source}, and {', '.join(ignored)}, which the config would override."
+            " Put them into the config, or leave the config out."
+        )
 
 
 def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

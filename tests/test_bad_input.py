@@ -223,6 +223,8 @@ def test_strategy_arguments() -> None:
             DeepSpeedMultiLossStrategy(stage=stage)
     with pytest.raises(ValueError, match="must be one of"):
         DeepSpeedMultiLossStrategy(config={"zero_optimization": {"stage": 7}})
+    with pytest.raises(ValueError, match="by `config`, and offload_optimizer, stage, which the config would override"):
+        DeepSpeedMultiLossStrategy(stage=3, offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
     for stage in (0, 1):
         with pytest.raises(ValueError, match="overlap_comm=True is not possible"):
             DeepSpeedMultiLossStrategy(stage=stage, overlap_comm=True)
