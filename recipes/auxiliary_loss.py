@@ -81,6 +81,10 @@ class MultiHeadDigits(LightningModule):
             self.metrics[f"{split}_parity_accuracy"] = BinaryAccuracy()
             self.metrics[f"{split}_reconstruction_rmse"] = MeanSquaredError(squared=False)
 
+    def setup(self, stage: str) -> None:
+        """A model this small gains nothing from more threads, and on busy cores they wait for each other."""
+        torch.set_num_threads(1)  # here, as Lightning sets its own number before this hook
+
     def compute_losses(self, batch: list[Tensor], split: str) -> tuple[Tensor, Tensor, Tensor]:
         """One forward through the trunk, three losses; logs them and the heads' metrics over the epoch."""
         images, digits = batch
@@ -176,7 +180,6 @@ def train(args: argparse.Namespace, summed: bool) -> MultiHeadDigits:
         enable_checkpointing=False,
     )
     logger.log_hyperparams({**vars(args), "strategy": strategy, "summed": summed})
-    torch.set_num_threads(1)  # more do not pay for so small a model, and the ranks on a CPU would fight for its cores
     train_loader, val_loader, test_loader = load_data(max(1, BATCH_SIZE // trainer.world_size), args.seed)
     module = MultiHeadDigits(summed)
     trainer.fit(module, train_loader, val_loader)
